@@ -1,0 +1,16 @@
+// A CUDA device through the driver API, loaded at run time: no CUDA toolkit is needed to build or to run.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "device/copy_device.hpp"
+
+namespace shardsnap {
+
+// Opens CUDA device `ordinal` (as the driver numbers it, after CUDA_VISIBLE_DEVICES) through the driver library at
+// `library`, or libcuda.so.1 where it is empty. Retains the device's primary context, the one that torch uses, until
+// destroyed. Throws DeviceUnavailableError that says what is missing.
+std::shared_ptr<CopyDevice> make_cuda_device(int ordinal, const std::string& library);
+
+}  // namespace shardsnap
