@@ -13,4 +13,8 @@ namespace shardsnap {
 // destroyed. Throws DeviceUnavailableError that says what is missing.
 std::shared_ptr<CopyDevice> make_cuda_device(int ordinal, const std::string& library);
 
+// NUMA node of the PCI device `bus_id` according to the sysfs tree at `sysfs_root` ("/sys"), or -1 where it is unknown
+// or the machine has only one.
+int pci_numa_node(const std::string& bus_id, const std::string& sysfs_root);
+
 }  // namespace shardsnap

@@ -43,8 +43,8 @@ class Extent {
   Extent(const Extent&) = delete;
   Extent& operator=(const Extent&) = delete;
 
-  [[nodiscard]] virtual std::byte* data() const = 0;     // 4 KiB aligned
-  [[nodiscard]] virtual std::size_t bytes() const = 0;   // a multiple of 4 KiB, at least what was asked for
+  [[nodiscard]] virtual std::byte* data() const = 0;    // 4 KiB aligned
+  [[nodiscard]] virtual std::size_t bytes() const = 0;  // a multiple of 4 KiB, at least what was asked for
 };
 
 // Thread-safe.
