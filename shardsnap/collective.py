@@ -96,10 +96,11 @@ def _digest(key: Version | None) -> int:
 
 def _explain(verdicts: list[tuple[int, Verdict]]) -> str:
     verb, version = verdicts[0][1].verb, verdicts[0][1].version
+    action = verb if version is None else f"{verb} {version!r}"
     failures = [(rank, verdict) for rank, verdict in verdicts if verdict.failure is not None]
     if failures:
         reasons = "\n".join(f"  rank {rank}: {verdict.failure}" for rank, verdict in failures)
-        return f"{_rank_list([rank for rank, _ in failures])} cannot {verb} {version!r}:\n{reasons}"
+        return f"{_rank_list([rank for rank, _ in failures])} cannot {action}:\n{reasons}"
     if any((verdict.verb, verdict.version) != (verb, version) for _, verdict in verdicts):
         calls = ", ".join(f"rank {rank} {verdict.verb} {verdict.version!r}" for rank, verdict in verdicts)
         return f"the ranks do not do the same: {calls}. Every rank must make the same calls in the same order"

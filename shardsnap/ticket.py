@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+
+import torch
 
 from shardsnap import _C
 from shardsnap.errors import CopyError
 from shardsnap.generations import Version
-from shardsnap.layout import Layout
 
 
 class Ticket:
-    """A save that may still be in flight. It keeps both ends of the copy alive until the copy has ended.
+    """A save that may still be in flight. It keeps the memory of the copy alive until the copy has ended.
 
     Attributes:
         version: the key that was saved.
@@ -19,18 +21,20 @@ class Ticket:
         nbytes: bytes that the save moves.
     """
 
-    def __init__(self, version: Version, generation: int, copies: Sequence[_C.Ticket], layout: Layout) -> None:
+    def __init__(
+        self, version: Version, generation: int, copies: Sequence[_C.Ticket], weights: Sequence[torch.Tensor]
+    ) -> None:
         self.version = version
         self.generation = generation
-        self.nbytes = layout.nbytes
+        self.nbytes = sum(copy.bytes for copy in copies)
         self._copies = copies
-        self._layout: Layout | None = layout
+        self._weights = weights
 
     def done(self) -> bool:
         """True once the save has ended, well or badly. Does not block."""
         ended = all(copy.done() for copy in self._copies)
         if ended:
-            self._layout = None
+            self._weights = []
         return ended
 
     def wait(self, timeout: float | None = None) -> None:
@@ -43,10 +47,11 @@ class Ticket:
             TimeoutError: the save is still in flight after ``timeout`` seconds.
             CopyError: the save failed; the version that it would have replaced is still there.
         """
+        deadline = None if timeout is None else time.monotonic() + timeout
         for copy in self._copies:
-            if not copy.wait(timeout):
+            if not copy.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
                 raise TimeoutError(f"the save of {self.version!r} is still in flight after {timeout} s")
-        self._layout = None
+        self._weights = []
 
     @property
     def error(self) -> CopyError | None:

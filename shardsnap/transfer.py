@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -56,11 +56,14 @@ class RestorePlan:
         parts: the copies, per device.
         conversions: (saved index, live index) of the entries that differ in dtype or strides, for Tensor.copy_.
         nbytes: bytes that the parts and the conversions write.
+        restored, converted: the names, as in RestoreReport.
     """
 
     parts: tuple[DevicePart, ...]
     conversions: tuple[tuple[int, int], ...]
     nbytes: int
+    restored: tuple[str, ...]
+    converted: tuple[str, ...]
 
 
 def plan_snapshots(layout: Layout) -> SnapshotPlan:
@@ -77,7 +80,7 @@ def plan_snapshots(layout: Layout) -> SnapshotPlan:
         parts.append(DevicePart(device, plan, base))
         base = _round_up(base + packed_bytes)
     return SnapshotPlan(
-        layout=replace(layout, owners=(), versioned=(), local_tensors=()),
+        layout=layout.without_tensors(),
         offsets=tuple(int(offset) for offset in offsets),
         parts=tuple(parts),
         nbytes=layout.nbytes,
@@ -87,10 +90,11 @@ def plan_snapshots(layout: Layout) -> SnapshotPlan:
 
 def plan_restore(saved: SnapshotPlan, live: Layout, match: Match) -> RestorePlan:
     """The copies that bring the matched part of a snapshot into the live weights."""
+    restored = tuple(live.entries[live_index].name for _, live_index in match.pairs)
     if match.exact:
         ranges = zip(live.regions, saved.offsets, strict=True)
         parts = _restore_parts((region.device, region.address, offset, region.nbytes) for region, offset in ranges)
-        return RestorePlan(parts, conversions=(), nbytes=live.nbytes)
+        return RestorePlan(parts, (), live.nbytes, restored, ())
     moved: list[tuple[torch.device, int, int, int]] = []
     conversions: list[tuple[int, int]] = []
     nbytes = 0
@@ -105,7 +109,9 @@ def plan_restore(saved: SnapshotPlan, live: Layout, match: Match) -> RestorePlan
             moved.append((region.device, address, saved.offset_of(saved_entry), live_entry.nbytes))
         else:
             conversions.append((saved_index, live_index))
-    return RestorePlan(_restore_parts(moved), tuple(conversions), nbytes)
+    other_dtype = {difference.name for difference in match.differences if difference.kind == "dtype"}
+    converted = tuple(name for name in restored if name in other_dtype)
+    return RestorePlan(_restore_parts(moved), tuple(conversions), nbytes, restored, converted)
 
 
 def host_tensor(extent: _C.Extent, plan: SnapshotPlan, entry: Entry) -> torch.Tensor:

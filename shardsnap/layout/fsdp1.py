@@ -145,7 +145,7 @@ def find(model: nn.Module, kinds: Collection[str]) -> Found:
             if unit.handle is None:
                 continue
             shard = local_shard(unit)
-            flat = FlatShard(f"{unit.name} (flat shard)", unit.name, shard)
+            flat = FlatShard(f"{unit.name} (flat shard)", unit.name, shard, _anchor(unit))
             flat_shards.append(flat)
             for owner, name, piece in _pieces_of(unit, flat):
                 if id(owner) not in paths:
@@ -198,6 +198,12 @@ def local_shard(unit: Unit) -> torch.Tensor:
     return shard.detach()
 
 
+def _anchor(unit: Unit) -> torch.Tensor:
+    """Return the tensor that FSDP itself keeps over the shard; `local_shard` makes a new one at every call."""
+    flat_param: torch.Tensor = unit.handle.flat_param
+    return getattr(flat_param, "_local_shard", flat_param)
+
+
 def _pieces_of(unit: Unit, flat: FlatShard) -> list[tuple[nn.Module, str, Piece]]:
     """Return (module, name in it, piece of that name) for every original parameter and every alias of one."""
     flat_param, shard = unit.handle.flat_param, flat.tensor
@@ -227,8 +233,9 @@ def _pieces_of(unit: Unit, flat: FlatShard) -> list[tuple[nn.Module, str, Piece]
             placement=f"elements [{begin}, {begin + count})" if count else "elements none",
             seen=original if original is not None else _with_requires_grad(local, grad_of.requires_grad),
             local=local,
+            anchor=flat.anchor,
             grad_of=grad_of,
-            versioned=(flat_param, shard) + ((original,) if original is not None else ()),
+            versioned=(flat_param, flat.anchor) + ((original,) if original is not None else ()),
             flat=flat,
         )
         first[id(info.module), info.param_name] = piece

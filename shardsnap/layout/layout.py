@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
+
+TensorRef = weakref.ref[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -64,19 +67,52 @@ class Layout:
         kind: "plain", "fsdp1(use_orig_params=True)", "fsdp1(use_orig_params=False)" or "fsdp2".
         regions: in the model's order; they do not overlap.
         entries: in the model's order; names are unique.
-        owners: the tensors whose storage the regions are, kept alive as long as the layout.
-        versioned: the tensors whose autograd version counter an in-place write must bump.
-        local_tensors: per entry, the local tensor (empty where region is -1), for writes that need a conversion.
+        anchors: per region, the model's own tensor that keeps its storage. Weak: a cached layout must not keep weights
+            on the device that a trainer has offloaded.
+        marked: the tensors whose autograd version counter an in-place write must bump. Weak as well.
     """
 
     kind: str
     regions: tuple[Region, ...]
     entries: tuple[Entry, ...]
-    owners: Sequence[torch.Tensor] = field(repr=False)
-    versioned: Sequence[torch.Tensor] = field(repr=False)
-    local_tensors: Sequence[torch.Tensor] = field(repr=False)
+    anchors: Sequence[TensorRef] = field(repr=False)
+    marked: Sequence[TensorRef] = field(repr=False)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all regions: what one snapshot holds on this rank."""
         return sum(region.nbytes for region in self.regions)
+
+    @property
+    def versioned(self) -> list[torch.Tensor]:
+        """The tensors whose version counter an in-place write must bump, as far as they are alive."""
+        return _alive(self.marked)
+
+    def hold(self) -> list[torch.Tensor]:
+        """Strong references to every region's storage: keep them while a copy is in flight."""
+        return _alive(self.anchors)
+
+    def local_tensor(self, index: int) -> torch.Tensor:
+        """A view of the live bytes of entry ``index``, in its local shape and strides, outside autograd.
+
+        Raises:
+            ReferenceError: the tensor is gone; the layout is out of date.
+        """
+        entry = self.entries[index]
+        if entry.nbytes == 0:
+            return torch.empty(entry.local_shape, dtype=entry.dtype)
+        region, anchor = self.regions[entry.region], self.anchors[entry.region]()
+        if anchor is None:
+            raise ReferenceError(f"{entry.name}: its tensor is gone, the layout is out of date")
+        storage = anchor.untyped_storage()
+        start = region.address + entry.offset - storage.data_ptr()
+        view = torch.empty(0, dtype=entry.dtype, device=region.device)
+        return view.set_(storage, start // entry.dtype.itemsize, entry.local_shape, entry.local_stride)
+
+    def without_tensors(self) -> Layout:
+        """The same description with no reference to the model, weak or not."""
+        return replace(self, anchors=(), marked=())
+
+
+def _alive(refs: Sequence[TensorRef]) -> list[torch.Tensor]:
+    return [tensor for ref in refs if (tensor := ref()) is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ class Piece:
         unit: as in `Region`.
         seen: the tensor that a user's predicate gets: the parameter or buffer itself where there is one.
         local: the tensor over the bytes that this rank holds; no elements where it holds none.
+        anchor: the model's own tensor that keeps the storage of `local` as long as the model does.
         grad_of: the tensor whose requires_grad says whether it is trained.
         versioned: the tensors whose version counter a write into `local` must bump.
         flat: over the flat shard that holds `local` and is to be copied whole, padding included; None outside of one.
@@ -36,6 +38,7 @@ class Piece:
     placement: str
     seen: torch.Tensor
     local: torch.Tensor
+    anchor: torch.Tensor
     grad_of: torch.Tensor
     versioned: tuple[torch.Tensor, ...]
     flat: FlatShard | None = None
@@ -48,11 +51,13 @@ class FlatShard:
     Attributes:
         name, unit: of its region.
         tensor: 1-D and contiguous, over all of the bytes.
+        anchor: as in `Piece`.
     """
 
     name: str
     unit: str
     tensor: torch.Tensor
+    anchor: torch.Tensor
 
 
 def piece_of(name: str, kind: str, tensor: torch.Tensor, unit: str = "") -> Piece:
@@ -75,6 +80,7 @@ def piece_of(name: str, kind: str, tensor: torch.Tensor, unit: str = "") -> Piec
         placement=placement,
         seen=tensor,
         local=local,
+        anchor=local,
         grad_of=tensor,
         versioned=versioned,
     )
@@ -186,7 +192,7 @@ class _Run:
     device: torch.device
     start: int
     end: int
-    owner: torch.Tensor
+    anchor: torch.Tensor
 
 
 def build_layout(kind: str, pieces: Sequence[Piece], flat_shards: Sequence[FlatShard] = ()) -> Layout:
@@ -209,12 +215,14 @@ def build_layout(kind: str, pieces: Sequence[Piece], flat_shards: Sequence[FlatS
         # The flat shard claims its bytes before its first entry does: the region is then called after the shard.
         if piece.flat is not None and id(piece.flat) not in seen_flat:
             seen_flat.add(id(piece.flat))
-            runs.append(_run_of(piece.flat.name, piece.unit, piece.flat.tensor))
+            runs.append(_run_of(piece.flat.name, piece.unit, piece.flat.tensor, piece.flat.anchor))
         if piece.local.numel():
-            runs.append(_run_of(piece.name, piece.unit, piece.local))
+            runs.append(_run_of(piece.name, piece.unit, piece.local, piece.anchor))
     # A shard of which this rank holds nothing but padding has no entry that would have brought it.
-    runs += [_run_of(flat.name, flat.unit, flat.tensor) for flat in flat_shards if id(flat) not in seen_flat]
-    regions, owners = _merge([run for run in runs if run.end > run.start])
+    runs += [
+        _run_of(flat.name, flat.unit, flat.tensor, flat.anchor) for flat in flat_shards if id(flat) not in seen_flat
+    ]
+    regions, anchors = _merge([run for run in runs if run.end > run.start])
 
     places = _Places(regions)
     entries = tuple(_entry_of(piece, *places.of(piece.local)) for piece in pieces)
@@ -223,9 +231,8 @@ def build_layout(kind: str, pieces: Sequence[Piece], flat_shards: Sequence[FlatS
         kind=kind,
         regions=tuple(regions),
         entries=entries,
-        owners=tuple(owners),
-        versioned=tuple(versioned.values()),
-        local_tensors=tuple(piece.local for piece in pieces),
+        anchors=tuple(map(weakref.ref, anchors)),
+        marked=tuple(map(weakref.ref, versioned.values())),
     )
 
 
@@ -237,14 +244,14 @@ def _check_unique(pieces: Sequence[Piece]) -> None:
         names.add(piece.name)
 
 
-def _run_of(name: str, unit: str, tensor: torch.Tensor) -> _Run:
+def _run_of(name: str, unit: str, tensor: torch.Tensor, anchor: torch.Tensor) -> _Run:
     # Strides are never negative: the address of element 0 is the lowest one, of a permuted tensor too.
     start = tensor.data_ptr()
-    return _Run(name, unit, tensor.device, start, start + tensor.numel() * tensor.element_size(), tensor)
+    return _Run(name, unit, tensor.device, start, start + tensor.numel() * tensor.element_size(), anchor)
 
 
 def _merge(runs: Sequence[_Run]) -> tuple[list[Region], list[torch.Tensor]]:
-    """Return regions in the order of their first run, with one tensor per region that keeps its storage alive."""
+    """Return regions in the order of their first run, and the anchor of each."""
     by_address = sorted(range(len(runs)), key=lambda i: (str(runs[i].device), runs[i].start))
     groups: list[list[int]] = []
     end = 0
@@ -256,14 +263,14 @@ def _merge(runs: Sequence[_Run]) -> tuple[list[Region], list[torch.Tensor]]:
         else:
             groups.append([i])
             end = run.end
-    regions, owners = [], []
+    regions, anchors = [], []
     for group in sorted(groups, key=min):
         first = runs[min(group)]
         start = min(runs[i].start for i in group)
         nbytes = max(runs[i].end for i in group) - start
         regions.append(Region(first.name, first.unit, first.device, start, nbytes))
-        owners.append(first.owner)
-    return regions, owners
+        anchors.append(first.anchor)
+    return regions, anchors
 
 
 class _Places:

@@ -192,6 +192,7 @@ class Caller {
   bool held_ = false;
 };
 
+// Declared after the buffers it copies, so that its destructor drains before they go, also when a check fails.
 std::shared_ptr<CopyDevice> open_device() { return shardsnap::make_cuda_device(0, kEmulator); }
 
 void copy_and_wait(CopyDevice& device, Direction direction, const CopyRanges& ranges, std::byte* host) {
@@ -268,12 +269,12 @@ int use_in_child(std::shared_ptr<CopyDevice> device, EventPtr event, Bytes& memo
 
 TEST_SUITE("cuda device") {
   TEST_CASE("ranges of every size travel bit-exact both ways") {
-    const auto device = open_device();
     const Bytes before = random_bytes(kMixedBytes, 1);
     Bytes memory = before;
     const std::vector<CopyRange> ranges = mixed_ranges(memory);
     const std::size_t packed = ranges.back().host_offset + ranges.back().bytes;
     Bytes host(packed);
+    const auto device = open_device();
 
     copy_and_wait(*device, Direction::kDeviceToHost, ranges_of(ranges), host.data());
     for (const CopyRange& range : ranges) {
@@ -295,9 +296,9 @@ TEST_SUITE("cuda device") {
   }
 
   TEST_CASE("small ranges go in batches where the driver has them") {
-    const auto device = open_device();
     Bytes memory(kMixedBytes);
     Bytes host(kMixedBytes);
+    const auto device = open_device();
     const std::vector<CopyRange> ranges = mixed_ranges(memory);
     std::uint64_t copies = 0;
     for (const CopyRange& range : ranges) {
@@ -317,18 +318,19 @@ TEST_SUITE("cuda device") {
   }
 
   TEST_CASE("a submission of nothing is done at once") {
-    const auto device = open_device();
     Bytes host(1);
+    const auto device = open_device();
     copy_and_wait(*device, Direction::kDeviceToHost, ranges_of({}), host.data());
     copy_and_wait(*device, Direction::kDeviceToHost, ranges_of({{0, 0, 0}}), host.data());
   }
 
   TEST_CASE("copies wait for the caller's stream") {
-    const auto device = open_device();
-    Caller caller;
     const Bytes written = random_bytes(4096, 3);
     Bytes memory(4096);
     Bytes host(4096);
+    Bytes other(16);
+    const auto device = open_device();
+    Caller caller;
     caller.hold();
     caller.write(memory, written);
     device->order_after_caller(Direction::kDeviceToHost, caller.stream());
@@ -339,7 +341,6 @@ TEST_SUITE("cuda device") {
     CHECK_FALSE(saved->wait(-1s));
 
     // The other direction was not told to wait.
-    Bytes other(16);
     copy_and_wait(*device, Direction::kHostToDevice, whole(other), host.data());
 
     caller.open();
@@ -349,13 +350,13 @@ TEST_SUITE("cuda device") {
   }
 
   TEST_CASE("the caller's stream waits for copies, the legacy default stream too") {
-    const auto device = open_device();
-    Caller gate;
-    Caller caller;
     Bytes memory = random_bytes(4096, 4);
     Bytes host(4096);
     std::atomic<bool> reached{false};
     std::atomic<bool> legacy_reached{false};
+    const auto device = open_device();
+    Caller caller;
+    Caller gate;
     gate.hold();
     device->order_after_caller(Direction::kDeviceToHost, gate.stream());
     device->submit(Direction::kDeviceToHost, whole(memory), host.data());
@@ -376,12 +377,12 @@ TEST_SUITE("cuda device") {
   }
 
   TEST_CASE("an exchange through one piece of device memory keeps its order") {
-    const auto device = open_device();
-    Caller gate;
     const Bytes live = random_bytes(4096, 5);
     Bytes memory = live;
     Bytes saved(4096);
     Bytes old = random_bytes(4096, 6);
+    const auto device = open_device();
+    Caller gate;
     gate.hold();
     device->order_after_caller(Direction::kDeviceToHost, gate.stream());
     device->submit(Direction::kDeviceToHost, whole(memory), saved.data());
@@ -430,9 +431,9 @@ TEST_SUITE("cuda device") {
   }
 
   TEST_CASE("the thread's own context is left as it was") {
+    Bytes memory(64);
     const auto device = open_device();
     const auto driver = CudaDriver::open(kEmulator);
-    Bytes memory(64);
     copy_and_wait(*device, Direction::kHostToDevice, whole(memory), Bytes(64).data());
     device->order_after_caller(Direction::kDeviceToHost, 0);
     cuda::Context context = nullptr;
@@ -441,9 +442,9 @@ TEST_SUITE("cuda device") {
   }
 
   TEST_CASE("a failed copy names the range, and the ranges before it arrive") {
-    const auto device = open_device();
     Bytes memory = random_bytes(4096, 9);
     Bytes host(4096);
+    const auto device = open_device();
     const CopyRanges ranges = ranges_of({{address_of(memory), 0, 100}, {0, 100, 0}, {8, 100, 77}, {8, 200, 1}});
     const std::string to_host =
         message_of<CopyError>([&] { device->submit(Direction::kDeviceToHost, ranges, host.data()); });
@@ -489,8 +490,8 @@ TEST_SUITE("cuda device") {
 
   TEST_CASE("host memory is pinned once, and an error says why not") {
     const Counts before = emulator_counts();
-    const auto device = open_device();
     Bytes memory(8192);
+    const auto device = open_device();
     REQUIRE(device->can_register());
     device->register_host(memory.data(), memory.size());
     CHECK(emulator_counts().registrations == before.registrations + 1);
