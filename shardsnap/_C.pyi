@@ -1,10 +1,10 @@
 """Types of the C++ core. Sizes are bytes, times are seconds."""
 
-from collections.abc import Buffer
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Buffer
 
 class CopyDevice:
     def describe(self) -> str: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from dataclasses import dataclass
 from datetime import timedelta
@@ -73,7 +74,10 @@ class Agreement:
             dtype=torch.int64,
         )
         gathered = [torch.empty_like(mine) for _ in self._ranks]
-        dist.all_gather(gathered, mine, group=self._group)
+        try:
+            dist.all_gather(gathered, mine, group=self._group)
+        except RuntimeError as error:  # gloo: a peer is gone, or did not come in time
+            raise PeerRankError(f"a rank did not come to {verdict.verb} {verdict.version!r}: {error}") from error
         rows = torch.stack(gathered)
         if not rows[:, 0].any() and bool((rows == rows[0]).all()):
             return
@@ -85,7 +89,9 @@ class Agreement:
     def close(self) -> None:
         """Give up the gloo group; not collective."""
         if dist.is_initialized():
-            dist.destroy_process_group(self._group)
+            # The program may have destroyed every group since, this one included.
+            with contextlib.suppress(ValueError, AssertionError, RuntimeError):
+                dist.destroy_process_group(self._group)
 
 
 def _digest(key: Version | None) -> int:

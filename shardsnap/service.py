@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from shardsnap import _C
 from shardsnap.collective import Agreement, Verdict
 from shardsnap.device import caller_stream, host_is_stream, open_copy_device
-from shardsnap.errors import ArenaFullError, CopyError, PeerRankError, SnapshotError, UnknownVersionError
+from shardsnap.errors import ArenaFullError, CopyError, SnapshotError, UnknownVersionError
 from shardsnap.generations import Generations, Version, check_version
 from shardsnap.layout import Layout, LayoutCache, Select
 from shardsnap.matching import Match, match_layouts, mismatch_error
@@ -214,7 +214,7 @@ class SnapshotService:
             self._check_open()
             # Counted before anything can fail: ranks whose saves failed must not look as if they held the new one.
             generation = self._generations.next(version)
-            if fence == "optimizer" and not self._resources.guards:
+            if fence == "optimizer" and not any(map(_is_attached, self._resources.guards)):
                 raise SnapshotError('fence="optimizer" needs an optimizer that waits: call guard(optimizer) first')
             self._check_whole()
             self._settle()
@@ -280,6 +280,8 @@ class SnapshotService:
             except BaseException as error:
                 failure = error
             self._finish(agreement if wait else None, verdict, failure)
+            if not match.skipped:
+                self._mixed = None
             report = RestoreReport(
                 version=version,
                 generation=snapshot.generation,
@@ -310,7 +312,7 @@ class SnapshotService:
         """The keys that are held, saves in flight included, in the order of their first save."""
         with self._lock:
             self._settle()
-            return tuple(self._held)
+            return tuple(version for version, held in self._held.items() if held.newest is not None)
 
     def guard(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
         """Make every ``optimizer.step`` wait for the saves in flight before it writes; see ``save(fence=...)``.
@@ -470,7 +472,7 @@ class SnapshotService:
         raise self._unknown(version)
 
     def _unknown(self, version: Version) -> UnknownVersionError:
-        known = ", ".join(map(repr, self._held)) or "none"
+        known = ", ".join(map(repr, self.versions())) or "none"
         return UnknownVersionError(f"no snapshot {version!r} is held; held versions: {known}")
 
     def _match(self, snapshot: _Snapshot, layout: Layout) -> tuple[Match, RestorePlan]:
@@ -517,7 +519,7 @@ class SnapshotService:
     @staticmethod
     def _quiet_device_reads(parts: Sequence[DevicePart]) -> None:
         """Weights offloaded to the host are gathered by copies that a GPU may still be reading them with."""
-        if any(host_is_stream(part.device) for part in parts) and torch.cuda.is_initialized():
+        if any(host_is_stream(part.device) for part in parts) and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
 
     @staticmethod
@@ -541,7 +543,6 @@ class SnapshotService:
         except BaseException as error:
             self._mixed = f"restoring {snapshot.ticket.version!r} failed: {error}"
             raise
-        self._mixed = None
 
     def _finish(self, agreement: Agreement | None, verdict: Verdict, failure: BaseException | None) -> None:
         """The barrier at the end of a restore, at which the ranks also learn of a copy that failed."""
@@ -554,6 +555,10 @@ class SnapshotService:
 
         finished = Verdict("finish restoring", verdict.version, verdict.generation)
         _agree(agreement, finished, outcome)
+
+
+def _is_attached(handle: RemovableHandle) -> bool:
+    return handle.id in (handle.hooks_dict_ref() or {})
 
 
 def _agree(agreement: Agreement | None, verdict: Verdict, attempt: Callable[[], Result]) -> Result:
