@@ -428,9 +428,8 @@ class SnapshotService:
                 if held.newest is not None
             ]
             message = (
-                f"no room to save {version!r}: {error} Held: {', '.join(holders) or 'nothing'}. Drop a version first"
-                " (a save over an existing version needs room for both), or give the service a larger snapshots=,"
-                " capacity= or growth="
+                f"no room to save {version!r}: {error} Held: {', '.join(holders) or 'nothing'}. A save over an existing"
+                " version needs room for both until the new copy is done"
             )
             raise ArenaFullError(message, error.asked, error.free, error.largest_free) from None
 

@@ -28,7 +28,9 @@ std::size_t saturating_add(std::size_t left, std::size_t right) {
 }
 
 // For numbers that are compared with each other: in GiB alone, what is asked and what is free may look the same.
-std::string exact(std::size_t bytes) { return format_bytes(bytes) + " (" + std::to_string(bytes) + " bytes)"; }
+std::string exact(std::size_t bytes) {
+  return bytes < 1024 ? format_bytes(bytes) : format_bytes(bytes) + " (" + std::to_string(bytes) + " bytes)";
+}
 
 // Unpins when destroyed.
 class PinnedRange {
