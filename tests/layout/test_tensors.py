@@ -33,7 +33,8 @@ def test_bytes_of_every_dtype(dtype: torch.dtype) -> None:
 
 
 def test_scalars_and_empty_tensors() -> None:
-    found = layout(scalar=torch.tensor(3.5), empty=torch.empty(0, 4), after=torch.ones(2))
+    tensors = {"scalar": torch.tensor(3.5), "empty": torch.empty(0, 4), "after": torch.ones(2)}
+    found = layout(**tensors)
     entries = by_name(found)
     assert (entries["scalar"].shape, entries["scalar"].nbytes) == ((), 4)
     assert (entries["empty"].region, entries["empty"].nbytes, entries["empty"].shape) == (-1, 0, (0, 4))
