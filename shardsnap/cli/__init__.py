@@ -1,0 +1,1 @@
+"""The command line; needs the packages of ``shardsnap[cli]``."""
