@@ -22,7 +22,7 @@ endif
 
 EXTENSION_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.hpp') CMakeLists.txt setup.py pyproject.toml
 PYTHON_SOURCES := shardsnap tests benchmarks examples setup.py
-CXX_SOURCES := $(shell find csrc tests/cpp -name '*.cpp' -o -name '*.hpp')
+CXX_SOURCES := $(shell find csrc tests/cpp benchmarks -name '*.cpp' -o -name '*.hpp')
 CXX_BUILD := build/tests
 EMULATOR := $(CURDIR)/$(CXX_BUILD)/csrc/emulator/libshardsnap_emulated_cuda.so
 
@@ -44,7 +44,7 @@ lint: $(VENV)/.dev $(CXX_BUILD)/.built
 	$(BIN)/ruff format --check $(PYTHON_SOURCES)
 	$(BIN)/mypy
 	clang-format --dry-run -Werror $(CXX_SOURCES)
-	run-clang-tidy -quiet -p $(CXX_BUILD) '/csrc/' >$(CXX_BUILD)/tidy.log 2>&1 || { cat $(CXX_BUILD)/tidy.log; exit 1; }
+	run-clang-tidy -quiet -p $(CXX_BUILD) '/(csrc|tests/cpp)/' >$(CXX_BUILD)/tidy.log 2>&1 || { cat $(CXX_BUILD)/tidy.log; exit 1; }
 	clang-tidy -quiet -p $(wildcard build/extension-*) csrc/bindings.cpp
 
 format: $(VENV)/.dev
@@ -53,7 +53,9 @@ format: $(VENV)/.dev
 	clang-format -i $(CXX_SOURCES)
 
 bench: $(VENV)/.dev
-	$(BIN)/python -m pytest benchmarks $(PYTEST_OPTIONS)
+	mkdir -p build
+	$(BIN)/python -m pytest benchmarks --benchmark-json=build/bench.json \
+	  --benchmark-columns=min,median,iqr,rounds $(PYTEST_OPTIONS)
 
 clean:
 	rm -rf build dist *.egg-info shardsnap/_C.*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
