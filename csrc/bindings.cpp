@@ -32,6 +32,19 @@ namespace {
 using Addresses = py::array_t<std::uint64_t, py::array::c_style | py::array::forcecast>;
 using Nanoseconds = std::chrono::nanoseconds;
 
+// Unlike py::gil_scoped_release, it lets the interpreter end a daemon thread at exit: taking the GIL then unwinds the
+// thread, which a destructor that must not throw would turn into an abort.
+class ReleasedGil {
+ public:
+  ReleasedGil() : state_(PyEval_SaveThread()) {}
+  ~ReleasedGil() noexcept(false) { PyEval_RestoreThread(state_); }
+  ReleasedGil(const ReleasedGil&) = delete;
+  ReleasedGil& operator=(const ReleasedGil&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
 // A waiting thread comes back this often to look for a pending KeyboardInterrupt.
 constexpr Nanoseconds kSignalPeriod = std::chrono::milliseconds(20);
 
@@ -92,7 +105,7 @@ std::shared_ptr<Arena> create_arena(const std::shared_ptr<CopyDevice>& device, s
   if (device != nullptr && device->can_register()) {
     options.pinner = std::make_shared<DevicePinner>(device);
   }
-  const py::gil_scoped_release unlocked;
+  const ReleasedGil unlocked;
   return make_arena(options);
 }
 
@@ -111,7 +124,7 @@ bool wait_interruptibly(Ticket& ticket, std::optional<double> timeout) {
     }
     bool done = false;
     {
-      const py::gil_scoped_release unlocked;
+      const ReleasedGil unlocked;
       done = ticket.wait(slice);
     }
     if (done) {
@@ -131,9 +144,9 @@ void bind_device(py::module_& module) {
       .def("describe", &CopyDevice::describe)
       .def_property_readonly("numa_node", &CopyDevice::numa_node)
       .def_property_readonly("can_register", &CopyDevice::can_register);
-  module.def("make_cpu_device", &make_cpu_device, py::arg("threads") = 0, py::call_guard<py::gil_scoped_release>());
+  module.def("make_cpu_device", &make_cpu_device, py::arg("threads") = 0, py::call_guard<ReleasedGil>());
   module.def("make_cuda_device", &make_cuda_device, py::arg("ordinal"), py::arg("library") = "",
-             py::call_guard<py::gil_scoped_release>());
+             py::call_guard<ReleasedGil>());
   module.def("streaming_copy_isa", &streaming_copy_isa);
 }
 
@@ -161,9 +174,9 @@ void bind_memory(py::module_& module) {
   py::class_<Arena, std::shared_ptr<Arena>>(module, "Arena")
       .def(py::init(&create_arena), py::arg("device"), py::kw_only(), py::arg("capacity"), py::arg("growth") = 0,
            py::arg("numa_node") = -1, py::arg("threads") = 0, py::arg("huge_pages") = true, py::arg("pin") = "prefer")
-      .def("allocate", &Arena::allocate, py::arg("bytes"), py::call_guard<py::gil_scoped_release>())
+      .def("allocate", &Arena::allocate, py::arg("bytes"), py::call_guard<ReleasedGil>())
       .def("stats", &Arena::stats)
-      .def("close", &Arena::close, py::call_guard<py::gil_scoped_release>());
+      .def("close", &Arena::close, py::call_guard<ReleasedGil>());
 }
 
 void bind_engine(py::module_& module) {
@@ -186,19 +199,19 @@ void bind_engine(py::module_& module) {
       .def_property_readonly("host_bytes", &CopyPlan::host_bytes)
       .def_property_readonly("copies", [](const CopyPlan& plan) { return plan.ranges()->size(); });
   py::class_<Ticket, std::shared_ptr<Ticket>>(module, "Ticket")
-      .def("done", &Ticket::done, py::call_guard<py::gil_scoped_release>())
+      .def("done", &Ticket::done, py::call_guard<ReleasedGil>())
       .def("wait", &wait_interruptibly, py::arg("timeout") = py::none())
-      .def("error", &Ticket::error, py::call_guard<py::gil_scoped_release>())
+      .def("error", &Ticket::error, py::call_guard<ReleasedGil>())
       .def_property_readonly("bytes", &Ticket::bytes);
   py::class_<SnapshotEngine, std::shared_ptr<SnapshotEngine>>(module, "SnapshotEngine")
       .def(py::init<std::shared_ptr<CopyDevice>>(), py::arg("device"))
       .def("save", &SnapshotEngine::save, py::arg("plan"), py::arg("extent"), py::arg("base"), py::kw_only(),
-           py::arg("caller"), py::arg("hold_caller"), py::call_guard<py::gil_scoped_release>())
+           py::arg("caller"), py::arg("hold_caller"), py::call_guard<ReleasedGil>())
       .def("restore", &SnapshotEngine::restore, py::arg("plan"), py::arg("extent"), py::arg("base"), py::kw_only(),
-           py::arg("caller"), py::call_guard<py::gil_scoped_release>())
-      .def("fence", &SnapshotEngine::fence, py::arg("caller"), py::call_guard<py::gil_scoped_release>())
-      .def("drain", &SnapshotEngine::drain, py::call_guard<py::gil_scoped_release>())
-      .def("in_flight", &SnapshotEngine::in_flight, py::call_guard<py::gil_scoped_release>());
+           py::arg("caller"), py::call_guard<ReleasedGil>())
+      .def("fence", &SnapshotEngine::fence, py::arg("caller"), py::call_guard<ReleasedGil>())
+      .def("drain", &SnapshotEngine::drain, py::call_guard<ReleasedGil>())
+      .def("in_flight", &SnapshotEngine::in_flight, py::call_guard<ReleasedGil>());
 }
 
 }  // namespace

@@ -109,16 +109,46 @@ def _describe_placement(entry: Entry) -> str:
 
 
 def _untied_in_snapshot(saved: Layout, live: Layout, pairs: list[tuple[int, int]]) -> dict[str, Difference]:
-    """Later names of live tied weights whose saved bytes are somewhere else than those of the first name."""
+    """Names that share live bytes with an earlier name, while their saved bytes lie otherwise to each other."""
     untied: dict[str, Difference] = {}
-    by_bytes: dict[tuple[int, int], int] = {}
-    for saved_position, live_position in pairs:
-        entry = live.entries[live_position]
-        if entry.nbytes == 0:
-            continue
-        first = by_bytes.setdefault((entry.region, entry.offset), saved_position)
-        one, other = saved.entries[first], saved.entries[saved_position]
-        if (one.region, one.offset) != (other.region, other.offset):
-            detail = f"shares its bytes with {one.name} in the live model, but the snapshot holds two values"
-            untied[entry.name] = Difference(entry.name, "tied", detail)
-    return untied
+    for group in _sharing(live, [pair for pair in pairs if live.entries[pair[1]].nbytes]):
+        kept: list[tuple[int, int]] = []
+        for pair in sorted(group, key=lambda pair: pair[1]):
+            clash = next((other for other in kept if _disagree(saved, live, other, pair)), None)
+            if clash is None:
+                kept.append(pair)
+            else:
+                name, other_name = live.entries[pair[1]].name, live.entries[clash[1]].name
+                detail = f"shares its bytes with {other_name} in the live model, but the snapshot holds two values"
+                untied[name] = Difference(name, "tied", detail)
+    return {name: untied[name] for _, position in pairs if (name := live.entries[position].name) in untied}
+
+
+def _sharing(live: Layout, pairs: list[tuple[int, int]]) -> Iterable[list[tuple[int, int]]]:
+    """The pairs in groups whose live bytes overlap, directly or through others of the group."""
+    groups: list[list[tuple[int, int]]] = []
+    region, end = -1, 0
+    for pair in sorted(pairs, key=lambda pair: (live.entries[pair[1]].region, live.entries[pair[1]].offset)):
+        entry = live.entries[pair[1]]
+        if entry.region == region and entry.offset < end:
+            groups[-1].append(pair)
+        else:
+            groups.append([pair])
+            region, end = entry.region, 0
+        end = max(end, _end(entry))
+    return groups
+
+
+def _disagree(saved: Layout, live: Layout, one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Whether two entries of a group share live bytes, but are not as many elements apart in the snapshot."""
+    saved_one, saved_other = saved.entries[one[0]], saved.entries[other[0]]
+    live_one, live_other = live.entries[one[1]], live.entries[other[1]]
+    if max(live_one.offset, live_other.offset) >= min(_end(live_one), _end(live_other)):
+        return False
+    saved_distance = (saved_other.offset - saved_one.offset) * live_other.dtype.itemsize
+    live_distance = (live_other.offset - live_one.offset) * saved_other.dtype.itemsize
+    return saved_one.region != saved_other.region or saved_distance != live_distance
+
+
+def _end(entry: Entry) -> int:
+    return entry.offset + entry.nbytes

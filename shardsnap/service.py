@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-# After a KeyboardInterrupt a copy into the weights still gets this long to end, so that they are not left mixed.
+# After a KeyboardInterrupt the copies still get this long to end, so that the weights are whole and may be freed.
 _INTERRUPTED_COPY_SECONDS = 30.0
 
 
@@ -80,6 +80,7 @@ class _Resources:
     agreement: Agreement | None
     held: dict[Version, _Held]
     guards: list[RemovableHandle]
+    abandoned: list[Ticket] = field(default_factory=list)  # copies that read weights for a version nobody wants now
     process: int = field(default_factory=os.getpid)
 
     def release(self) -> None:
@@ -90,6 +91,7 @@ class _Resources:
         for guard in self.guards:
             guard.remove()
         self.held.clear()
+        self.abandoned.clear()
         self.arena.close()
         if self.agreement is not None:
             self.agreement.close()
@@ -210,8 +212,7 @@ class SnapshotService:
         if fence not in ("stream", "optimizer"):
             raise ValueError(f'fence must be "stream" or "optimizer", got {fence!r}')
         started = time.perf_counter()
-        with self._lock:
-            self._check_open()
+        with self._turn():
             # Counted before anything can fail: ranks whose saves failed must not look as if they held the new one.
             generation = self._generations.next(version)
             if fence == "optimizer" and not any(map(_is_attached, self._resources.guards)):
@@ -224,16 +225,20 @@ class SnapshotService:
             streams = [caller_stream(part.device) for part in plan.parts]
             extent = self._take_extent(version, plan)
             hold = fence == "stream"
-            copies = [
-                self._engine_for(part.device).save(part.plan, extent, part.base, caller=stream, hold_caller=hold)
-                for part, stream in zip(plan.parts, streams, strict=True)
-            ]
-            if hold:
-                self._wait_where_host_is_stream(plan.parts, copies)
-            # A stream that waits frees the weights in its own order; otherwise they must not be freed while being read.
-            ticket = Ticket(version, generation, copies, [] if hold else layout.hold())
-            snapshot = _Snapshot(generation, plan, extent, copies, ticket)
-            self._held.setdefault(version, _Held()).pending.append(snapshot)
+            try:
+                copies = [
+                    self._engine_for(part.device).save(part.plan, extent, part.base, caller=stream, hold_caller=hold)
+                    for part, stream in zip(plan.parts, streams, strict=True)
+                ]
+                if hold:
+                    self._wait_where_host_is_stream(plan.parts, copies)
+                # A stream that waits frees weights in its own order; otherwise they must not be freed while being read.
+                ticket = Ticket(version, generation, copies, [] if hold else layout.hold())
+                snapshot = _Snapshot(generation, plan, extent, copies, ticket)
+                self._held.setdefault(version, _Held()).pending.append(snapshot)
+            except BaseException:
+                self._let_copies_end()
+                raise
             self._settle()
             self._counts["saves"] += 1
             self._counts["bytes_saved"] += plan.nbytes
@@ -267,8 +272,7 @@ class SnapshotService:
         """
         check_version(version)
         started = time.perf_counter()
-        with self._lock:
-            self._check_open()
+        with self._turn():
             agreement = self._resources.agreement if agree else None
             held = self._held.get(version)
             newest = held.newest if held is not None else None
@@ -303,14 +307,17 @@ class SnapshotService:
             UnknownVersionError: it is not held.
         """
         check_version(version)
-        with self._lock:
-            self._check_open()
-            if self._held.pop(version, None) is None:
+        with self._turn():
+            held = self._held.pop(version, None)
+            if held is None:
                 raise self._unknown(version)
+            # Until they end, these copies read weights that the model may let go of.
+            self._resources.abandoned += [snapshot.ticket for snapshot in held.pending]
+            self._settle()
 
     def versions(self) -> tuple[Version, ...]:
         """The keys that are held, saves in flight included, in the order of their first save."""
-        with self._lock:
+        with self._turn():
             self._settle()
             return tuple(version for version, held in self._held.items() if held.newest is not None)
 
@@ -329,10 +336,10 @@ class SnapshotService:
             if alive is not None and not alive._closed:
                 alive.fence()
 
-        with self._lock:
-            self._check_open()
+        with self._turn():
             handle: RemovableHandle = optimizer.register_step_pre_hook(wait_for_saves)
-            self._resources.guards.append(handle)
+            attached = [guard for guard in self._resources.guards if _is_attached(guard)]
+            self._resources.guards[:] = [*attached, handle]
             return handle
 
     def fence(self) -> None:
@@ -343,8 +350,7 @@ class SnapshotService:
         Raises:
             CopyError: a save failed (only where the host waits for it).
         """
-        with self._lock:
-            self._check_open()
+        with self._turn():
             for device, engine in self._engines.items():
                 if not host_is_stream(device):
                     engine.fence(caller_stream(device))
@@ -355,8 +361,7 @@ class SnapshotService:
 
     def stats(self) -> ServiceStats:
         """What is held, how much memory it takes, and what has been moved so far. Does not block."""
-        with self._lock:
-            self._check_open()
+        with self._turn():
             self._settle()
             arena = self._resources.arena.stats()
             return ServiceStats(
@@ -376,8 +381,10 @@ class SnapshotService:
     def close(self) -> None:
         """Wait for the copies in flight, drop every version and give all host memory back. Not collective.
 
-        Calling it again does nothing; any other verb raises afterwards.
+        Calling it again does nothing; any other verb raises afterwards. In a fork it does nothing either.
         """
+        if self._is_forked():
+            return
         with self._lock:
             self._closed = True
             self._layouts.forget()
@@ -404,11 +411,18 @@ class SnapshotService:
             logger.warning("snapshots are in pageable memory, copies will be slow: %s", reason)
         return arena
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise SnapshotError("the service is closed")
-        if os.getpid() != self._resources.process:
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One verb at a time, none after close() and none in a fork."""
+        if self._is_forked():  # asked before the lock, which another thread may have held at the fork
             raise SnapshotError("the service belongs to the process that created it; this one is a fork of it")
+        with self._lock:
+            if self._closed:
+                raise SnapshotError("the service is closed")
+            yield
+
+    def _is_forked(self) -> bool:
+        return os.getpid() != self._resources.process
 
     # -------------------------------------------------------------------------------------------------------- saving
 
@@ -436,12 +450,22 @@ class SnapshotService:
     def _settle(self) -> None:
         for held in self._held.values():
             held.settle()
+        self._resources.abandoned[:] = [ticket for ticket in self._resources.abandoned if not ticket.done()]
 
     @staticmethod
     def _wait_where_host_is_stream(parts: Sequence[DevicePart], copies: Sequence[_C.Ticket]) -> None:
         for part, copy in zip(parts, copies, strict=True):
             if host_is_stream(part.device):
                 copy.wait()
+
+    def _let_copies_end(self) -> bool:
+        """Wait, but not for ever, so that nothing reads or writes the weights any more; return whether it ended."""
+        deadline = time.monotonic() + _INTERRUPTED_COPY_SECONDS
+        while any(engine.in_flight() for engine in self._engines.values()):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.001)
+        return True
 
     # ----------------------------------------------------------------------------------------------------- restoring
 
@@ -484,20 +508,31 @@ class SnapshotService:
     def _write_weights(self, snapshot: _Snapshot, layout: Layout, plan: RestorePlan, wait: bool) -> None:
         self._layouts.prepare_for_write()
         self._quiet_device_reads(plan.parts)
+        torch.autograd.graph.increment_version(layout.versioned)
         copies: list[_C.Ticket] = []
-        with self._whole_or_mixed(snapshot, copies):
+        complete = False
+        before, self._mixed = self._mixed, f"restoring {snapshot.ticket.version!r} was interrupted"
+        try:
             for part in plan.parts:
                 stream = caller_stream(part.device)
                 engine = self._engine_for(part.device)
                 copies.append(engine.restore(part.plan, snapshot.extent, part.base, caller=stream))
             if plan.conversions:
                 self._convert(snapshot, layout, plan)
-            torch.autograd.graph.increment_version(layout.versioned)
+            complete = True
             if wait:
                 for copy in copies:
                     copy.wait()
             else:
                 self._wait_where_host_is_stream(plan.parts, copies)
+        except BaseException as error:
+            if isinstance(error, Exception):
+                self._mixed = f"restoring {snapshot.ticket.version!r} failed: {error}"
+            ended = self._let_copies_end()
+            if complete and ended and not any(copy.error() for copy in copies):
+                self._mixed = before  # interrupted while it waited for copies that have all ended well
+            raise
+        self._mixed = before
         self._restoring = copies
 
     def _engine_for(self, device: torch.device) -> _C.SnapshotEngine:
@@ -508,8 +543,9 @@ class SnapshotService:
 
     def _check_whole(self) -> None:
         """Refuse to save weights that a failed restore may have left mixed."""
-        reasons = [reason for copy in self._restoring if (reason := copy.error()) is not None]
-        self._restoring = ()
+        ended = [copy for copy in self._restoring if copy.done()]
+        self._restoring = [copy for copy in self._restoring if copy not in ended]
+        reasons = [reason for copy in ended if (reason := copy.error()) is not None]
         if reasons:
             self._mixed = f"a restore failed in flight: {'; '.join(reasons)}"
         if self._mixed is not None:
@@ -529,19 +565,6 @@ class SnapshotService:
             for saved_index, live_index in plan.conversions:
                 saved = host_tensor(snapshot.extent, snapshot.plan, snapshot.plan.layout.entries[saved_index])
                 layout.local_tensor(live_index).copy_(saved)
-
-    @contextmanager
-    def _whole_or_mixed(self, snapshot: _Snapshot, copies: Sequence[_C.Ticket]) -> Iterator[None]:
-        """Let what was enqueued end, whatever happens, and remember it where the weights may be left mixed."""
-        try:
-            yield
-        except KeyboardInterrupt:
-            if not all(copy.wait(_INTERRUPTED_COPY_SECONDS) for copy in copies):
-                self._mixed = f"restoring {snapshot.ticket.version!r} was interrupted"
-            raise
-        except BaseException as error:
-            self._mixed = f"restoring {snapshot.ticket.version!r} failed: {error}"
-            raise
 
     def _finish(self, agreement: Agreement | None, verdict: Verdict, failure: BaseException | None) -> None:
         """The barrier at the end of a restore, at which the ranks also learn of a copy that failed."""

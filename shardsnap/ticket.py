@@ -11,6 +11,8 @@ from shardsnap import _C
 from shardsnap.errors import CopyError
 from shardsnap.generations import Version
 
+_FOR_EVER = 1e9  # seconds; much more does not fit the clocks of the core
+
 
 class Ticket:
     """A save that may still be in flight. It keeps the memory of the copy alive until the copy has ended.
@@ -22,7 +24,7 @@ class Ticket:
     """
 
     def __init__(
-        self, version: Version, generation: int, copies: Sequence[_C.Ticket], weights: Sequence[torch.Tensor]
+        self, version: Version, generation: int, copies: Sequence[_C.Ticket], weights: Sequence[torch.UntypedStorage]
     ) -> None:
         self.version = version
         self.generation = generation
@@ -47,7 +49,7 @@ class Ticket:
             TimeoutError: the save is still in flight after ``timeout`` seconds.
             CopyError: the save failed; the version that it would have replaced is still there.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None or timeout > _FOR_EVER else time.monotonic() + timeout
         for copy in self._copies:
             if not copy.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
                 raise TimeoutError(f"the save of {self.version!r} is still in flight after {timeout} s")

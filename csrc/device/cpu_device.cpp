@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -18,13 +20,29 @@
 namespace shardsnap {
 namespace {
 
-constexpr unsigned kMostThreads = 16;  // memory bandwidth is spent long before this many cores copy
+constexpr unsigned kMostThreads = 16;                      // memory bandwidth is spent long before this many cores copy
 constexpr std::size_t kClaimBytes = std::size_t{1} << 20;  // a worker takes about this much at a time
+
+constexpr std::chrono::nanoseconds kLongestWait = std::chrono::hours(24 * 365);  // now + more overflows
 
 // Shared by a device, its workers and its events, so that an event may outlive the device.
 struct Shared {
   std::mutex mutex;
   std::condition_variable changed;
+  const pid_t process = getpid();
+
+  // Both set in a fork, where the workers do not exist: destroying the condition variable would wait for them to leave
+  // it, and joining or detaching them would do so to new threads that lie where they lay.
+  std::vector<std::thread> lost_workers;
+  std::shared_ptr<Shared> immortal;
+
+  // Asked before the lock, which a worker may have held at the fork.
+  [[nodiscard]] bool is_forked() const { return getpid() != process; }
+  void refuse_fork() const {
+    if (is_forked()) {
+      throw CopyError("the copy threads belong to the process that created the service; this is a fork of it");
+    }
+  }
 };
 
 class CpuEvent final : public Event {
@@ -32,22 +50,28 @@ class CpuEvent final : public Event {
   explicit CpuEvent(std::shared_ptr<Shared> shared) : shared_(std::move(shared)) {}
 
   [[nodiscard]] bool done() const override {
-    const std::lock_guard<std::mutex> lock(shared_->mutex);
+    if (!done_) {
+      shared_->refuse_fork();  // there it is never done
+    }
     return done_;
   }
 
   [[nodiscard]] bool wait(std::chrono::nanoseconds timeout) const override {
+    if (done()) {
+      return true;
+    }
     std::unique_lock<std::mutex> lock(shared_->mutex);
-    return shared_->changed.wait_for(lock, timeout, [this] { return done_; });
+    return shared_->changed.wait_for(lock, std::min(timeout, kLongestWait), [this] { return is_set(); });
   }
 
-  // With Shared::mutex held.
+  // With Shared::mutex held, so that a wait does not miss it.
   void set() { done_ = true; }
   [[nodiscard]] bool is_set() const { return done_; }
+  [[nodiscard]] bool is_of(const Shared& shared) const { return shared_.get() == &shared; }
 
  private:
   std::shared_ptr<Shared> shared_;
-  bool done_ = false;
+  std::atomic<bool> done_{false};
 };
 
 // One step of a stream: wait for an event, copy ranges, or set an event.
@@ -57,8 +81,8 @@ struct Job {
   std::byte* host = nullptr;
   std::shared_ptr<CpuEvent> signal;
   bool streaming = false;
-  std::size_t next = 0;      // the first range that no worker has claimed
-  std::size_t claimed = 0;   // claims that are still being copied
+  std::size_t next = 0;     // the first range that no worker has claimed
+  std::size_t claimed = 0;  // claims that are still being copied
 };
 
 // What one worker copies at a time.
@@ -107,7 +131,7 @@ unsigned usable_cores() {
 
 class CpuDevice final : public CopyDevice {
  public:
-  explicit CpuDevice(unsigned threads) : shared_(std::make_shared<Shared>()), process_(getpid()) {
+  explicit CpuDevice(unsigned threads) : shared_(std::make_shared<Shared>()) {
     const unsigned count = threads != 0 ? threads : std::min(usable_cores(), kMostThreads);
     workers_.reserve(count);
     try {
@@ -121,11 +145,9 @@ class CpuDevice final : public CopyDevice {
   }
 
   ~CpuDevice() override {
-    if (getpid() != process_) {
-      // The workers stayed in the parent of a fork: joining them here would wait for ever.
-      for (std::thread& worker : workers_) {
-        worker.detach();
-      }
+    if (shared_->is_forked()) {
+      shared_->lost_workers = std::move(workers_);
+      shared_->immortal = shared_;
       return;
     }
     drain();
@@ -145,7 +167,7 @@ class CpuDevice final : public CopyDevice {
 
   void order_after(Direction direction, const EventPtr& event) override {
     auto waited = std::dynamic_pointer_cast<const CpuEvent>(event);
-    if (waited == nullptr) {
+    if (waited == nullptr || !waited->is_of(*shared_)) {
       throw CopyError("an event of another device cannot order a cpu copy stream");
     }
     Job job;
@@ -173,7 +195,7 @@ class CpuDevice final : public CopyDevice {
   }
 
   void drain() noexcept override {
-    if (getpid() != process_) {
+    if (shared_->is_forked()) {
       return;
     }
     std::unique_lock<std::mutex> lock(shared_->mutex);
@@ -189,9 +211,7 @@ class CpuDevice final : public CopyDevice {
 
  private:
   void push(Direction direction, Job job) {
-    if (getpid() != process_) {
-      throw CopyError("the copy threads belong to the process that created the service; this is a fork of it");
-    }
+    shared_->refuse_fork();
     {
       const std::lock_guard<std::mutex> lock(shared_->mutex);
       streams_[index(direction)].push_back(std::move(job));
@@ -285,7 +305,6 @@ class CpuDevice final : public CopyDevice {
   }
 
   std::shared_ptr<Shared> shared_;
-  const pid_t process_;
   std::array<std::deque<Job>, 2> streams_;
   std::vector<std::thread> workers_;
   bool stopping_ = false;

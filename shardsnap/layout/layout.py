@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import nn
 
-TensorRef = weakref.ref[torch.Tensor]
+TensorRef = Callable[[], torch.Tensor | None]
+
+
+def reference_to(tensor: torch.Tensor) -> TensorRef:
+    """Return a weak reference to `tensor`, but a strong one to a parameter.
+
+    ``module.to`` moves a DTensor parameter with torch.utils.swap_tensors, which refuses a tensor with a weak reference.
+    A strong one costs nothing: a parameter that has moved is the same object over other bytes.
+    """
+    return (lambda: tensor) if isinstance(tensor, nn.Parameter) else weakref.ref(tensor)
 
 
 @dataclass(frozen=True)
@@ -67,8 +77,8 @@ class Layout:
         kind: "plain", "fsdp1(use_orig_params=True)", "fsdp1(use_orig_params=False)" or "fsdp2".
         regions: in the model's order; they do not overlap.
         entries: in the model's order; names are unique.
-        anchors: per region, the model's own tensor that keeps its storage. Weak: a cached layout must not keep weights
-            on the device that a trainer has offloaded.
+        anchors: per region, the model's own tensor that keeps its storage. Weak where it is not a parameter: a cached
+            layout must not keep weights on the device that a trainer has offloaded.
         marked: the tensors whose autograd version counter an in-place write must bump. Weak as well.
     """
 
@@ -88,9 +98,9 @@ class Layout:
         """The tensors whose version counter an in-place write must bump, as far as they are alive."""
         return _alive(self.marked)
 
-    def hold(self) -> list[torch.Tensor]:
-        """Strong references to every region's storage: keep them while a copy is in flight."""
-        return _alive(self.anchors)
+    def hold(self) -> list[torch.UntypedStorage]:
+        """Every region's storage: keep them while a copy is in flight, for a tensor's ``data`` may be replaced."""
+        return [tensor.untyped_storage() for tensor in _alive(self.anchors)]
 
     def local_tensor(self, index: int) -> torch.Tensor:
         """A view of the live bytes of entry ``index``, in its local shape and strides, outside autograd.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardsnap.errors import UnsupportedTensorError
-from shardsnap.layout.layout import Entry, Layout, Region
+from shardsnap.layout.layout import Entry, Layout, Region, reference_to
 
 
 @dataclass(frozen=True)
@@ -231,8 +230,8 @@ def build_layout(kind: str, pieces: Sequence[Piece], flat_shards: Sequence[FlatS
         kind=kind,
         regions=tuple(regions),
         entries=entries,
-        anchors=tuple(map(weakref.ref, anchors)),
-        marked=tuple(map(weakref.ref, versioned.values())),
+        anchors=tuple(map(reference_to, anchors)),
+        marked=tuple(map(reference_to, versioned.values())),
     )
 
 
@@ -266,11 +265,24 @@ def _merge(runs: Sequence[_Run]) -> tuple[list[Region], list[torch.Tensor]]:
     regions, anchors = [], []
     for group in sorted(groups, key=min):
         first = runs[min(group)]
+        _check_one_storage([runs[i] for i in group])
         start = min(runs[i].start for i in group)
         nbytes = max(runs[i].end for i in group) - start
         regions.append(Region(first.name, first.unit, first.device, start, nbytes))
         anchors.append(first.anchor)
     return regions, anchors
+
+
+def _check_one_storage(runs: Sequence[_Run]) -> None:
+    """Check that runs which overlap belong to one storage, so that holding it keeps the bytes of all of them.
+
+    Raises:
+        UnsupportedTensorError: they do not, as with two torch.from_numpy of one array; the message has both names.
+    """
+    first, *others = runs
+    for other in others:
+        if other.anchor.untyped_storage().data_ptr() != first.anchor.untyped_storage().data_ptr():
+            raise UnsupportedTensorError(f"{other.name}: overlaps {first.name} from another storage; make one a view")
 
 
 class _Places:

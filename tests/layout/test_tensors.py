@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -152,3 +153,10 @@ def test_two_tensors_of_one_name_are_refused() -> None:
     model.weight = nn.Parameter(torch.ones(2))
     with pytest.raises(UnsupportedTensorError, match="weight: two tensors"):
         layout_of(model)
+
+
+def test_overlapping_bytes_of_two_storages_are_refused_by_name() -> None:
+    array = np.arange(8, dtype=np.float32)
+    one, other = torch.from_numpy(array[:5]), torch.from_numpy(array[3:])
+    with pytest.raises(UnsupportedTensorError, match="other: overlaps one from another storage"):
+        layout(one=one, other=other)
