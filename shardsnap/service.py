@@ -76,6 +76,7 @@ class _Resources:
     """What must be given back in order, whether close() is called or the service is collected."""
 
     engines: dict[torch.device, _C.SnapshotEngine]
+    devices: dict[torch.device, _C.CopyDevice]
     arena: _C.Arena
     agreement: Agreement | None
     held: dict[Version, _Held]
@@ -93,6 +94,9 @@ class _Resources:
         self.held.clear()
         self.abandoned.clear()
         self.arena.close()
+        self.engines.clear()
+        self.devices.clear()
+        del self.arena  # it pins through a device, and closed services hold no stream and no context
         if self.agreement is not None:
             self.agreement.close()
 
@@ -180,7 +184,7 @@ class SnapshotService:
             if agreement is not None:
                 agreement.close()
             raise
-        self._resources = _Resources(self._engines, arena, agreement, self._held, guards=[])
+        self._resources = _Resources(self._engines, self._copy_devices, arena, agreement, self._held, guards=[])
         self._finalizer = weakref.finalize(self, self._resources.release)
 
     # ---------------------------------------------------------------------------------------------------- the verbs
@@ -249,7 +253,8 @@ class SnapshotService:
         """Put ``version`` back into the live weights, in place: addresses do not change.
 
         Collective where the service has peers, unless ``agree=False``: first the ranks agree that every one of them
-        can restore the same save, then they copy. If one cannot, all raise and no weight has changed on any.
+        can restore the same save, then they copy. If one cannot, all raise and no weight has changed on any. All ranks
+        pass the same ``wait`` and ``agree``.
 
         Args:
             version: the key.
@@ -276,7 +281,8 @@ class SnapshotService:
             agreement = self._resources.agreement if agree else None
             held = self._held.get(version)
             newest = held.newest if held is not None else None
-            verdict = Verdict("restore", version, newest.generation if newest is not None else 0)
+            verb = "restore" if wait else "restore (wait=False)"  # ranks that differ in it would wait for each other
+            verdict = Verdict(verb, version, newest.generation if newest is not None else 0)
             snapshot, layout, match, plan = _agree(agreement, verdict, lambda: self._prepare_restore(version, strict))
             try:
                 self._write_weights(snapshot, layout, plan, wait)
