@@ -248,6 +248,18 @@ def different_versions(versions: tuple[Any, Any]) -> str:
     return message
 
 
+def different_waits() -> str:
+    session = Session()
+    return session.refused(lambda: session.service.restore("old", wait=dist.get_rank() == 0))
+
+
+def test_ranks_that_differ_in_whether_they_wait(run_ranks: Ranks) -> None:
+    for message in run_ranks(2, different_waits):
+        assert message.startswith(
+            "PeerRankError: the ranks do not do the same: rank 0 restore 'old', rank 1 restore (w"
+        )
+
+
 @pytest.mark.parametrize("versions", [("a", "b"), (1, "1")])
 def test_ranks_that_restore_different_versions(run_ranks: Ranks, versions: tuple[Any, Any]) -> None:
     one, other = versions
