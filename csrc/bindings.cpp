@@ -11,6 +11,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "device/copy_device.hpp"
@@ -63,7 +64,7 @@ void register_errors() {
   py::register_exception_translator([](std::exception_ptr pointer) {
     try {
       if (pointer) {
-        std::rethrow_exception(pointer);
+        std::rethrow_exception(std::move(pointer));
       }
     } catch (const ArenaFullError& error) {
       raise_python("ArenaFullError", py::make_tuple(error.what(), error.asked(), error.free(), error.largest_free()));
@@ -89,12 +90,11 @@ PinMode pin_mode(const std::string& pin) {
   if (pin == "never") {
     return PinMode::kNever;
   }
-  throw py::value_error("pin must be \"require\", \"prefer\" or \"never\", got \"" + pin + "\"");
+  throw py::value_error(R"(pin must be "require", "prefer" or "never", got ")" + pin + "\"");
 }
 
-std::shared_ptr<Arena> create_arena(const std::shared_ptr<CopyDevice>& device, std::size_t capacity,
-                                    std::size_t growth, int numa_node, unsigned threads, bool huge_pages,
-                                    const std::string& pin) {
+std::shared_ptr<Arena> create_arena(const std::shared_ptr<CopyDevice>& device, std::size_t capacity, std::size_t growth,
+                                    int numa_node, unsigned threads, bool huge_pages, const std::string& pin) {
   ArenaOptions options;
   options.capacity = capacity;
   options.growth = growth;
@@ -184,8 +184,8 @@ void bind_engine(py::module_& module) {
       "pack_regions",
       [](const Addresses& addresses, const Addresses& bytes) {
         const HostPacking packing = pack_regions(to_vector<std::uintptr_t>(addresses), to_vector<std::size_t>(bytes));
-        return py::make_tuple(
-            Addresses(static_cast<py::ssize_t>(packing.offsets.size()), packing.offsets.data()), packing.bytes);
+        return py::make_tuple(Addresses(static_cast<py::ssize_t>(packing.offsets.size()), packing.offsets.data()),
+                              packing.bytes);
       },
       py::arg("addresses"), py::arg("bytes"));
   py::class_<CopyPlan>(module, "CopyPlan")

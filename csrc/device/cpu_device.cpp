@@ -25,15 +25,30 @@ constexpr std::size_t kClaimBytes = std::size_t{1} << 20;  // a worker takes abo
 
 constexpr std::chrono::nanoseconds kLongestWait = std::chrono::hours(24 * 365);  // now + more overflows
 
+class CpuEvent;
+
+// One step of a stream: wait for an event, copy ranges, or set an event.
+struct Job {
+  std::shared_ptr<const CpuEvent> wait_for;
+  CopyRanges ranges;
+  std::byte* host = nullptr;
+  std::shared_ptr<CpuEvent> signal;
+  bool streaming = false;
+  std::size_t next = 0;     // the first range that no worker has claimed
+  std::size_t claimed = 0;  // claims that are still being copied
+};
+
 // Shared by a device, its workers and its events, so that an event may outlive the device.
 struct Shared {
   std::mutex mutex;
   std::condition_variable changed;
+  std::array<std::deque<Job>, 2> streams;
+  std::vector<std::thread> workers;
   const pid_t process = getpid();
 
-  // Both set in a fork, where the workers do not exist: destroying the condition variable would wait for them to leave
-  // it, and joining or detaching them would do so to new threads that lie where they lay.
-  std::vector<std::thread> lost_workers;
+  // Set in a fork, to itself, so that nothing here is ever destroyed: the workers stayed in the parent, perhaps in the
+  // middle of a change to a stream or in the condition variable, which would wait for them to leave it; and joining or
+  // detaching them would do so to new threads that lie where they lay.
   std::shared_ptr<Shared> immortal;
 
   // Asked before the lock, which a worker may have held at the fork.
@@ -72,17 +87,6 @@ class CpuEvent final : public Event {
  private:
   std::shared_ptr<Shared> shared_;
   std::atomic<bool> done_{false};
-};
-
-// One step of a stream: wait for an event, copy ranges, or set an event.
-struct Job {
-  std::shared_ptr<const CpuEvent> wait_for;
-  CopyRanges ranges;
-  std::byte* host = nullptr;
-  std::shared_ptr<CpuEvent> signal;
-  bool streaming = false;
-  std::size_t next = 0;     // the first range that no worker has claimed
-  std::size_t claimed = 0;  // claims that are still being copied
 };
 
 // What one worker copies at a time.
@@ -133,10 +137,10 @@ class CpuDevice final : public CopyDevice {
  public:
   explicit CpuDevice(unsigned threads) : shared_(std::make_shared<Shared>()) {
     const unsigned count = threads != 0 ? threads : std::min(usable_cores(), kMostThreads);
-    workers_.reserve(count);
+    shared_->workers.reserve(count);
     try {
-      while (workers_.size() < count) {
-        workers_.emplace_back([this] { work(); });
+      while (shared_->workers.size() < count) {
+        shared_->workers.emplace_back([this] { work(); });
       }
     } catch (...) {
       stop();
@@ -146,7 +150,6 @@ class CpuDevice final : public CopyDevice {
 
   ~CpuDevice() override {
     if (shared_->is_forked()) {
-      shared_->lost_workers = std::move(workers_);
       shared_->immortal = shared_;
       return;
     }
@@ -158,7 +161,7 @@ class CpuDevice final : public CopyDevice {
   CpuDevice& operator=(const CpuDevice&) = delete;
 
   [[nodiscard]] std::string describe() const override {
-    return "cpu (" + std::to_string(workers_.size()) + " copy threads, " + streaming_copy_isa() + ")";
+    return "cpu (" + std::to_string(shared_->workers.size()) + " copy threads, " + streaming_copy_isa() + ")";
   }
 
   // The host is the caller's stream: whatever it did before this call has happened.
@@ -199,7 +202,7 @@ class CpuDevice final : public CopyDevice {
       return;
     }
     std::unique_lock<std::mutex> lock(shared_->mutex);
-    shared_->changed.wait(lock, [this] { return streams_[0].empty() && streams_[1].empty(); });
+    shared_->changed.wait(lock, [this] { return shared_->streams[0].empty() && shared_->streams[1].empty(); });
   }
 
   [[nodiscard]] bool can_register() const override { return false; }
@@ -214,7 +217,7 @@ class CpuDevice final : public CopyDevice {
     shared_->refuse_fork();
     {
       const std::lock_guard<std::mutex> lock(shared_->mutex);
-      streams_[index(direction)].push_back(std::move(job));
+      shared_->streams[index(direction)].push_back(std::move(job));
       settle();
     }
     shared_->changed.notify_all();
@@ -227,7 +230,7 @@ class CpuDevice final : public CopyDevice {
     bool changed = false;
     for (bool progress = true; progress;) {
       progress = false;
-      for (std::deque<Job>& stream : streams_) {
+      for (std::deque<Job>& stream : shared_->streams) {
         while (!stream.empty() && retire(stream.front())) {
           stream.pop_front();
           progress = true;
@@ -251,11 +254,11 @@ class CpuDevice final : public CopyDevice {
 
   // With the mutex held. The Job stays where it is: a deque keeps references across push_back and pop_front of others.
   bool take(Claim& claim, Job*& owner) {
-    for (std::size_t stream = 0; stream != streams_.size(); ++stream) {
-      if (streams_[stream].empty()) {
+    for (std::size_t stream = 0; stream != shared_->streams.size(); ++stream) {
+      if (shared_->streams[stream].empty()) {
         continue;
       }
-      Job& job = streams_[stream].front();
+      Job& job = shared_->streams[stream].front();
       if (job.ranges == nullptr || job.next == job.ranges->size()) {
         continue;
       }
@@ -299,14 +302,12 @@ class CpuDevice final : public CopyDevice {
       stopping_ = true;
     }
     shared_->changed.notify_all();
-    for (std::thread& worker : workers_) {
+    for (std::thread& worker : shared_->workers) {
       worker.join();
     }
   }
 
   std::shared_ptr<Shared> shared_;
-  std::array<std::deque<Job>, 2> streams_;
-  std::vector<std::thread> workers_;
   bool stopping_ = false;
 };
 

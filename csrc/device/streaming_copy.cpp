@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <stdexcept>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -69,27 +70,26 @@ void copy_blocks_sse2(std::byte* destination, const std::byte* source, std::size
   }
 }
 
-Kernel choose_kernel() {
+// Those that this machine can run, widest first.
+std::vector<Kernel> usable_kernels() {
   __builtin_cpu_init();
+  std::vector<Kernel> kernels;
   if (__builtin_cpu_supports("avx512f") != 0) {
-    return {copy_blocks_avx512, "avx512"};
+    kernels.push_back({copy_blocks_avx512, "avx512"});
   }
   if (__builtin_cpu_supports("avx2") != 0) {
-    return {copy_blocks_avx2, "avx2"};
+    kernels.push_back({copy_blocks_avx2, "avx2"});
   }
-  return {copy_blocks_sse2, "sse2"};
+  kernels.push_back({copy_blocks_sse2, "sse2"});
+  return kernels;
 }
 
 const Kernel& kernel() {
-  static const Kernel kChosen = choose_kernel();
-  return kChosen;
+  static const Kernel chosen = usable_kernels().front();
+  return chosen;
 }
 
-}  // namespace
-
-const char* streaming_copy_isa() { return kernel().isa; }
-
-void copy_streaming(std::byte* destination, const std::byte* source, std::size_t bytes) {
+void copy_with(const Kernel& kernel, std::byte* destination, const std::byte* source, std::size_t bytes) {
   const std::size_t misaligned = reinterpret_cast<std::uintptr_t>(destination) % kStoreAlignment;
   const std::size_t head = misaligned == 0 ? 0 : kStoreAlignment - misaligned;
   if (bytes < head + kBlock) {
@@ -98,9 +98,35 @@ void copy_streaming(std::byte* destination, const std::byte* source, std::size_t
   }
   std::memcpy(destination, source, head);
   const std::size_t blocks = (bytes - head) / kBlock;
-  kernel().copy(destination + head, source + head, blocks);
+  kernel.copy(destination + head, source + head, blocks);
   const std::size_t copied = head + blocks * kBlock;
   std::memcpy(destination + copied, source + copied, bytes - copied);
+}
+
+}  // namespace
+
+const char* streaming_copy_isa() { return kernel().isa; }
+
+void copy_streaming(std::byte* destination, const std::byte* source, std::size_t bytes) {
+  copy_with(kernel(), destination, source, bytes);
+}
+
+std::vector<std::string> streaming_copy_isas() {
+  std::vector<std::string> isas;
+  for (const Kernel& usable : usable_kernels()) {
+    isas.emplace_back(usable.isa);
+  }
+  return isas;
+}
+
+void copy_streaming(std::byte* destination, const std::byte* source, std::size_t bytes, const std::string& isa) {
+  for (const Kernel& usable : usable_kernels()) {
+    if (isa == usable.isa) {
+      copy_with(usable, destination, source, bytes);
+      return;
+    }
+  }
+  throw std::invalid_argument("this machine has no streaming copy with " + isa);
 }
 
 void streaming_fence() { _mm_sfence(); }
@@ -110,6 +136,15 @@ void streaming_fence() { _mm_sfence(); }
 const char* streaming_copy_isa() { return "memcpy"; }
 
 void copy_streaming(std::byte* destination, const std::byte* source, std::size_t bytes) {
+  std::memcpy(destination, source, bytes);
+}
+
+std::vector<std::string> streaming_copy_isas() { return {"memcpy"}; }
+
+void copy_streaming(std::byte* destination, const std::byte* source, std::size_t bytes, const std::string& isa) {
+  if (isa != streaming_copy_isa()) {
+    throw std::invalid_argument("this machine has no streaming copy with " + isa);
+  }
   std::memcpy(destination, source, bytes);
 }
 

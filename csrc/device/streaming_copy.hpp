@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
+#include <vector>
 
 namespace shardsnap {
 
@@ -18,6 +20,11 @@ const char* streaming_copy_isa();
 // memcpy that leaves the destination out of the caches. The ranges do not overlap. Not ordered against later stores
 // until streaming_fence().
 void copy_streaming(std::byte* destination, const std::byte* source, std::size_t bytes);
+
+// For tests: what copy_streaming() could use here, widest first, and the same copy with one of them. Throws
+// std::invalid_argument where `isa` is none of them.
+std::vector<std::string> streaming_copy_isas();
+void copy_streaming(std::byte* destination, const std::byte* source, std::size_t bytes, const std::string& isa);
 
 // Makes every copy_streaming() of this thread visible before its later stores.
 void streaming_fence();

@@ -15,9 +15,9 @@ struct HostPacking {
 };
 
 // Lays regions out on the host in order of device address. Regions that touch on the device touch on the host; others
-// start at an offset that agrees with the device address modulo 64 (16 for regions under 4 KiB), so that both sides of
-// a copy are aligned alike and at most 1% is lost. Throws std::invalid_argument if two regions overlap or the sizes of
-// the arguments differ.
+// start at an offset that agrees with the device address modulo 64 (16 for regions under 8 KiB), so that both sides of
+// a copy are aligned alike and at most 1% is lost where regions have 4 KiB or more. Throws std::invalid_argument if two
+// regions overlap or the sizes of the arguments differ.
 HostPacking pack_regions(const std::vector<std::uintptr_t>& addresses, const std::vector<std::size_t>& bytes);
 
 // Immutable after construction; shared by every snapshot of a layout.

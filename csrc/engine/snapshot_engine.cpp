@@ -40,34 +40,33 @@ std::size_t SnapshotEngine::in_flight() {
 std::shared_ptr<Ticket> SnapshotEngine::enqueue(Direction direction, const CopyPlan& plan,
                                                 const std::shared_ptr<Extent>& extent, std::size_t base,
                                                 CallerStream caller, bool hold_caller) {
-  if (base + plan.host_bytes() > extent->bytes()) {
-    throw std::out_of_range("the plan ends at byte " + std::to_string(base + plan.host_bytes()) +
-                            " of an extent of " + std::to_string(extent->bytes()));
+  if (base > extent->bytes() || plan.host_bytes() > extent->bytes() - base) {
+    throw std::out_of_range("the plan takes " + std::to_string(plan.host_bytes()) + " bytes from byte " +
+                            std::to_string(base) + " on of an extent of " + std::to_string(extent->bytes()));
   }
   const std::lock_guard<std::mutex> lock(mutex_);
   reap();
   const bool reads = direction == Direction::kDeviceToHost;
   EventPtr& own = reads ? last_read_ : last_write_;
   const EventPtr& other = reads ? last_write_ : last_read_;
-  EventPtr event;
   try {
     device_->order_after_caller(direction, caller);
     if (other != nullptr) {
       device_->order_after(direction, other);
     }
     device_->submit(direction, plan.ranges(), extent->data() + base);
-    event = device_->record(direction);
+    const EventPtr event = device_->record(direction);
     if (hold_caller) {
       device_->order_caller_after(caller, event);
     }
+    auto ticket = std::make_shared<Ticket>(event, extent, plan.bytes());
+    tickets_.push_back(ticket);
+    own = event;
+    return ticket;
   } catch (...) {
     device_->drain();  // copies that were enqueued before the failure still touch the extent
     throw;
   }
-  own = event;
-  auto ticket = std::make_shared<Ticket>(std::move(event), extent, plan.bytes());
-  tickets_.push_back(ticket);
-  return ticket;
 }
 
 void SnapshotEngine::reap() {

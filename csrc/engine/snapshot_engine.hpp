@@ -54,8 +54,8 @@ class SnapshotEngine {
 
   const std::shared_ptr<CopyDevice> device_;
   std::mutex mutex_;
-  EventPtr last_read_;   // the newest save of live weights
-  EventPtr last_write_;  // the newest restore into them
+  EventPtr last_read_;                           // the newest save of live weights
+  EventPtr last_write_;                          // the newest restore into them
   std::deque<std::shared_ptr<Ticket>> tickets_;  // keeps memory alive for copies whose ticket the user dropped
 };
 

@@ -7,17 +7,15 @@
 namespace shardsnap {
 
 Ticket::Ticket(EventPtr event, std::shared_ptr<const void> memory, std::size_t bytes)
-    : event_(std::move(event)), bytes_(bytes), memory_(std::move(memory)) {}
+    : bytes_(bytes), event_(std::move(event)), memory_(std::move(memory)) {}
 
 bool Ticket::done() {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (ended_) {
-      return true;
-    }
+  const EventPtr event = pending();
+  if (event == nullptr) {
+    return true;
   }
   try {
-    if (!event_->done()) {
+    if (!event->done()) {
       return false;
     }
     settle(std::nullopt);
@@ -28,9 +26,9 @@ bool Ticket::done() {
 }
 
 bool Ticket::wait(std::chrono::nanoseconds timeout) {
-  if (!done()) {
+  if (const EventPtr event = pending()) {
     try {
-      if (!event_->wait(timeout)) {
+      if (!event->wait(timeout)) {
         return false;
       }
       settle(std::nullopt);
@@ -53,13 +51,20 @@ std::optional<std::string> Ticket::error() {
   return failure_;
 }
 
-void Ticket::settle(std::optional<std::string> failure) {
-  std::shared_ptr<const void> released;  // freed after the lock: giving back a slab may take milliseconds
+EventPtr Ticket::pending() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!ended_) {
-    ended_ = true;
+  return event_;
+}
+
+void Ticket::settle(std::optional<std::string> failure) {
+  // Freed after the lock: giving back a slab may take milliseconds.
+  std::shared_ptr<const void> memory;
+  EventPtr event;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (event_ != nullptr) {
     failure_ = std::move(failure);
-    released.swap(memory_);
+    memory.swap(memory_);
+    event.swap(event_);
   }
 }
 

@@ -1,4 +1,5 @@
-// A ticket: one copy in flight. It keeps the host memory of the copy alive until the copy has ended.
+// A ticket: one copy in flight. It keeps the host memory of the copy alive until the copy has ended, and no longer: a
+// ticket that is kept after that holds nothing of the arena or the device.
 #pragma once
 
 #include <chrono>
@@ -28,18 +29,19 @@ class Ticket {
   [[nodiscard]] std::optional<std::string> error();
 
   [[nodiscard]] std::size_t bytes() const { return bytes_; }
-  [[nodiscard]] const EventPtr& event() const { return event_; }
 
  private:
-  // Keeps the outcome, and lets go of the memory.
+  // Null once the copy is known to have ended.
+  [[nodiscard]] EventPtr pending();
+
+  // Keeps the outcome, and lets go of the memory and the event.
   void settle(std::optional<std::string> failure);
 
-  const EventPtr event_;
   const std::size_t bytes_;
   std::mutex mutex_;
+  EventPtr event_;
   std::shared_ptr<const void> memory_;
   std::optional<std::string> failure_;
-  bool ended_ = false;
 };
 
 }  // namespace shardsnap
