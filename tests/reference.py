@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from shardsnap import SnapshotService
 from tests.layout.reading import bytes_of
 
 
@@ -65,3 +67,16 @@ def bag(**tensors: torch.Tensor) -> nn.Module:
         else:
             module.register_buffer(name, tensor)
     return module
+
+
+def every_verb(service: SnapshotService, optimizer: torch.optim.Optimizer) -> list[Callable[[], object]]:
+    """Calls of all verbs but close, on version "v", for states in which none of them may be used."""
+    return [
+        lambda: service.save("v"),
+        lambda: service.restore("v"),
+        lambda: service.drop("v"),
+        lambda: service.guard(optimizer),
+        service.fence,
+        service.stats,
+        service.versions,
+    ]

@@ -27,7 +27,7 @@ from shardsnap import (
     UnsupportedTensorError,
 )
 from tests.layout.reading import bytes_of
-from tests.reference import Kept, bag, kept, memory, named_tensors, places, scramble, values
+from tests.reference import Kept, bag, every_verb, kept, memory, named_tensors, places, scramble, values
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
@@ -954,16 +954,7 @@ def test_closing_twice_and_verbs_after_it() -> None:
         pass
     service.close()
     optimizer = sgd(model)
-    verbs: list[Callable[[], object]] = [
-        lambda: service.save("v"),
-        lambda: service.restore("v"),
-        lambda: service.drop("v"),
-        lambda: service.guard(optimizer),
-        service.fence,
-        service.stats,
-        service.versions,
-    ]
-    for verb in verbs:
+    for verb in every_verb(service, optimizer):
         with pytest.raises(SnapshotError, match="the service is closed"):
             verb()
 

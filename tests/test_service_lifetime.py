@@ -20,7 +20,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardsnap import CopyError, SnapshotError, SnapshotService
-from tests.reference import bag, kept, scramble, values
+from tests.reference import bag, every_verb, kept, scramble, values
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -256,16 +256,7 @@ def fork_while_idle() -> None:
     KEPT_FOR_EXIT.append(service)
     child = os.fork()
     if child == 0:
-        verbs: list[Callable[[], object]] = [
-            lambda: service.save("w"),
-            lambda: service.restore("v"),
-            lambda: service.drop("v"),
-            lambda: service.guard(optimizer),
-            service.fence,
-            service.stats,
-            service.versions,
-        ]
-        for verb in verbs:
+        for verb in every_verb(service, optimizer):
             with pytest.raises(SnapshotError, match="fork"):
                 verb()
         service.close()

@@ -327,7 +327,8 @@ TEST_SUITE("engine") {
 
   TEST_CASE("an engine waits for its copies when it is destroyed") {
     const auto arena = open_arena(1 << 20);
-    auto engine = std::make_unique<SnapshotEngine>(make_cpu_device(2));
+    const auto device = make_cpu_device(2);  // outlives the engine, and so waits for nothing
+    auto engine = std::make_unique<SnapshotEngine>(device);
     HeldPage page;
     const auto ticket =
         engine->save(plan_of(page.data(), HeldPage::kBytes), arena->allocate(HeldPage::kBytes), 0, kCaller, false);
