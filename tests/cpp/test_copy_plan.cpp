@@ -273,11 +273,12 @@ TEST_SUITE("copy plan") {
   TEST_CASE("chunks") {
     Ranges ranges;
     ranges.add(kBase, 7, 100);
-    for (const auto& [chunk_bytes, count] : std::vector<std::pair<std::size_t, std::size_t>>{
+    for (const auto& chunks : std::vector<std::pair<std::size_t, std::size_t>>{
              {1, 100}, {33, 4}, {50, 2}, {99, 2}, {100, 1}, {101, 1}, {kNoChunks, 1}}) {
+      const std::size_t chunk_bytes = chunks.first;
       CAPTURE(chunk_bytes);
       const CopyPlan plan = ranges.plan(chunk_bytes);
-      CHECK(plan.ranges()->size() == count);
+      CHECK(plan.ranges()->size() == chunks.second);
       check_plan(plan, ByteMap(ranges), chunk_bytes);
     }
     CHECK_THROWS_AS(ranges.plan(0), std::invalid_argument);

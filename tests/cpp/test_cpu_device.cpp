@@ -99,8 +99,10 @@ int in_child(const std::function<int()>& body) {
 TEST_SUITE("cpu device") {
   TEST_CASE("copies are exact in both directions, and touch nothing else") {
     for (const unsigned threads : {1U, 2U, 16U}) {
-      for (const auto& [total, largest] : std::vector<std::pair<std::size_t, std::size_t>>{
+      for (const auto& sizes : std::vector<std::pair<std::size_t, std::size_t>>{
                {3000, 50}, {kMiB, 5000}, {9 * kMiB, 40000}, {20 * kMiB, 6 * kMiB}}) {
+        const std::size_t total = sizes.first;
+        const std::size_t largest = sizes.second;
         CAPTURE(threads);
         CAPTURE(total);
         std::mt19937_64 engine(total + threads);
@@ -138,10 +140,10 @@ TEST_SUITE("cpu device") {
   TEST_CASE("one stream is first in, first out") {
     for (const unsigned threads : {1U, 2U, 16U}) {
       CAPTURE(threads);
-      constexpr std::size_t kBytes = 200000;
-      const Bytes old_weights = random_bytes(kBytes, 1);
-      const Bytes new_weights = random_bytes(kBytes, 2);
-      Bytes host(kBytes);
+      constexpr std::size_t length = 200000;
+      const Bytes old_weights = random_bytes(length, 1);
+      const Bytes new_weights = random_bytes(length, 2);
+      Bytes host(length);
       const auto device = make_cpu_device(threads);
       for (int round = 0; round < 300; ++round) {
         device->submit(Direction::kDeviceToHost, whole(old_weights), host.data());
@@ -212,19 +214,19 @@ TEST_SUITE("cpu device") {
   TEST_CASE("a chain of copies across the streams, each of which must see the one before") {
     for (const unsigned threads : {1U, 2U, 16U}) {
       CAPTURE(threads);
-      constexpr std::size_t kSteps = 400;
-      constexpr std::size_t kBytes = 30000;
+      constexpr std::size_t steps = 400;
+      constexpr std::size_t length = 30000;
       const auto device = make_cpu_device(threads);
       for (std::uint64_t round = 0; round < 5; ++round) {
-        std::vector<Bytes> links(kSteps + 1, Bytes(kBytes));
-        links[0] = random_bytes(kBytes, round);
+        std::vector<Bytes> links(steps + 1, Bytes(length));
+        links[0] = random_bytes(length, round);
         Direction direction = Direction::kDeviceToHost;
-        for (std::size_t step = 0; step < kSteps; ++step) {
+        for (std::size_t step = 0; step < steps; ++step) {
           const bool to_host = direction == Direction::kDeviceToHost;
           Bytes& device_side = links[to_host ? step : step + 1];
           Bytes& host_side = links[to_host ? step + 1 : step];
           std::vector<CopyRange> ranges;
-          for (std::size_t at = 0; at < kBytes; at += 1000) {
+          for (std::size_t at = 0; at < length; at += 1000) {
             ranges.push_back({address_of(device_side) + at, at, 1000});
           }
           device->submit(direction, ranges_of(std::move(ranges)), host_side.data());
@@ -232,7 +234,7 @@ TEST_SUITE("cpu device") {
           direction = other(direction);
         }
         finish(*device, direction);
-        REQUIRE((links[kSteps] == links[0]));
+        REQUIRE((links[steps] == links[0]));
       }
     }
   }

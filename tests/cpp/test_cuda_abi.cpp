@@ -40,7 +40,9 @@ constexpr bool same_type() {
 }
 
 template <typename Ours, typename Theirs>
-struct SameFunction : std::false_type {};
+struct SameFunction {
+  static constexpr bool equal() { return false; }
+};
 
 template <typename OurResult, typename... Ours, typename TheirResult, typename... Theirs>
 struct SameFunction<OurResult(Ours...), TheirResult (*)(Theirs...)> {
@@ -51,11 +53,10 @@ struct SameFunction<OurResult(Ours...), TheirResult (*)(Theirs...)> {
       return same_type<OurResult, TheirResult>() && (same_type<Ours, Theirs>() && ...);
     }
   }
-  static constexpr bool value = equal();
 };
 
 template <const auto& Declaration, typename Theirs>
-constexpr bool kSameFunction = SameFunction<typename std::decay_t<decltype(Declaration)>::Signature, Theirs>::value;
+constexpr bool kSameFunction = SameFunction<typename std::decay_t<decltype(Declaration)>::Signature, Theirs>::equal();
 
 // The version is in the name of the toolkit's type, so the two are checked together.
 #define CHECK_FUNCTION(declaration, function, function_version)                         \

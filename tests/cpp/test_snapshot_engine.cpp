@@ -474,8 +474,8 @@ TEST_SUITE("engine calls") {
     Bench bench;
     const auto extent = bench.arena->allocate(bench.plan.host_bytes());
     const std::size_t room = extent->bytes() - bench.plan.host_bytes();
-    constexpr std::size_t kHuge = std::numeric_limits<std::size_t>::max();
-    for (const std::size_t base : {room + 1, extent->bytes(), kHuge - 100, kHuge}) {
+    constexpr std::size_t huge = std::numeric_limits<std::size_t>::max();
+    for (const std::size_t base : {room + 1, extent->bytes(), huge - 100, huge}) {
       CAPTURE(base);
       CHECK_THROWS_AS(bench.engine.save(bench.plan, extent, base, kCaller, true), std::out_of_range);
       CHECK_THROWS_AS(bench.engine.restore(bench.plan, extent, base, kCaller), std::out_of_range);
