@@ -66,11 +66,19 @@ distclean: clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV_OPTIONS) $(VENV)
+ifdef SYSTEM_SITE
+	# PYTHON may be in a virtual environment of its own, which --system-site-packages does not reach.
+	$(PYTHON) -c 'import site; print("\n".join(site.getsitepackages()))' >$$(echo $(VENV)/lib/python*/site-packages)/base.pth
+endif
 	$(PIP) $(CONSTRAINTS) 'setuptools>=77' cmake ninja pybind11
 
 # torch comes first and by itself: with it installed, nothing below can pull another one.
 $(VENV)/.torch: $(BIN)/python constraints.txt
-	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) $(CONSTRAINTS) torch
+ifdef SYSTEM_SITE
+	$(BIN)/python -c 'import torch' || { echo 'SYSTEM_SITE=1, but $(PYTHON) has no torch' >&2; exit 1; }
+else
+	$(PIP) $(CONSTRAINTS) torch
+endif
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.torch $(EXTENSION_SOURCES)
