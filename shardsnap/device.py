@@ -65,7 +65,7 @@ def _uses_cuda(device: torch.device) -> bool:
 
 
 def _copy_threads() -> int:
-    threads = os.environ.get(THREADS_VARIABLE, "0")
+    threads = os.environ.get(THREADS_VARIABLE) or "0"
     if not threads.isdecimal():
         raise ValueError(f"{THREADS_VARIABLE} must be a number of threads, got {threads!r}")
     return int(threads)

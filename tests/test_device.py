@@ -99,3 +99,9 @@ def test_pinning_cannot_be_required_of_a_cpu_model() -> None:
         SnapshotService(nn.Linear(1, 1), pin="require")
     with SnapshotService(nn.Linear(1, 1), pin="never") as service:
         assert service.stats().arena.pinned == 0
+
+
+def test_an_empty_variable_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in (BACKEND_VARIABLE, LIBRARY_VARIABLE, THREADS_VARIABLE):
+        monkeypatch.setenv(variable, "")
+    assert open_copy_device(CPU).describe().startswith("cpu (")
