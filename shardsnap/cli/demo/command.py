@@ -30,7 +30,7 @@ def demo(
     ] = None,
     model: Annotated[Model, typer.Option(help="Architecture, with random weights.")] = Model.QWEN3,
     layers: Annotated[int, typer.Option(min=1, help="Decoder layers.")] = 4,
-    hidden_size: Annotated[int, typer.Option(min=64, help="Width, a multiple of 64.")] = 384,
+    hidden_size: Annotated[int, typer.Option(min=64, help="Width, a multiple of 64.")] = 512,
     dtype: Annotated[Dtype, typer.Option(help="Compute precision; weights are kept in fp32.")] = Dtype.FP32,
     cycles: Annotated[int, typer.Option(min=1, help="Parameter-sync cycles.")] = 2,
     mini_batches: Annotated[int, typer.Option(min=2, help="Optimizer steps per cycle.")] = 4,
