@@ -1,6 +1,5 @@
 #include "device/cpu_device.hpp"
 
-#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -16,11 +15,11 @@
 
 #include "device/streaming_copy.hpp"
 #include "errors.hpp"
+#include "memory_bound_threads.hpp"
 
 namespace shardsnap {
 namespace {
 
-constexpr unsigned kMostThreads = 16;                      // memory bandwidth is spent long before this many cores copy
 constexpr std::size_t kClaimBytes = std::size_t{1} << 20;  // a worker takes about this much at a time
 
 constexpr std::chrono::nanoseconds kLongestWait = std::chrono::hours(24 * 365);  // now + more overflows
@@ -124,19 +123,10 @@ std::size_t total_bytes(const std::vector<CopyRange>& ranges) {
   return bytes;
 }
 
-unsigned usable_cores() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  if (sched_getaffinity(0, sizeof(set), &set) != 0) {
-    return 1;
-  }
-  return static_cast<unsigned>(std::max(1, CPU_COUNT(&set)));
-}
-
 class CpuDevice final : public CopyDevice {
  public:
   explicit CpuDevice(unsigned threads) : shared_(std::make_shared<Shared>()) {
-    const unsigned count = threads != 0 ? threads : std::min(usable_cores(), kMostThreads);
+    const unsigned count = threads != 0 ? threads : memory_bound_threads();
     shared_->workers.reserve(count);
     try {
       while (shared_->workers.size() < count) {

@@ -1,6 +1,5 @@
 #include "memory/host_block.hpp"
 
-#include <sched.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -17,6 +16,7 @@
 #include "errors.hpp"
 #include "memory/memory_limits.hpp"
 #include "memory/numa.hpp"
+#include "memory_bound_threads.hpp"
 
 namespace shardsnap {
 namespace {
@@ -24,8 +24,7 @@ namespace {
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 constexpr std::size_t kPiece = std::size_t{32} << 20;
 constexpr std::size_t kPiecesPerCheck = 32;
-constexpr unsigned kMostThreads = 16;  // zeroing pages is bound by memory bandwidth well before that
-constexpr int kPopulateWrite = 23;     // MADV_POPULATE_WRITE, Linux 5.14; older headers lack the name
+constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14; older headers lack the name
 
 std::size_t page_size() { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE)); }
 
@@ -59,14 +58,6 @@ std::byte* map_aligned(std::size_t bytes, std::size_t alignment) {
     munmap(begin + before + bytes, slack - before);
   }
   return begin + before;
-}
-
-unsigned usable_cores() {
-  cpu_set_t cores;
-  CPU_ZERO(&cores);
-  // Fails where the machine has more cores than a cpu_set_t holds.
-  const int count = sched_getaffinity(0, sizeof(cores), &cores) == 0 ? CPU_COUNT(&cores) : 0;
-  return count > 0 ? static_cast<unsigned>(count) : std::max(1U, std::thread::hardware_concurrency());
 }
 
 // False where this kernel cannot.
@@ -185,7 +176,7 @@ HostBlock::~HostBlock() {
 
 void HostBlock::prefault(unsigned threads, const RoomCheck& check) {
   const std::size_t pieces = round_up(bytes_, kPiece) / kPiece;
-  const auto wanted = std::size_t{threads == 0 ? std::min(usable_cores(), kMostThreads) : threads};
+  const auto wanted = std::size_t{threads == 0 ? memory_bound_threads() : threads};
   PrefaultJob job(data_, bytes_, check);
   {
     const Helpers helpers(static_cast<unsigned>(std::min(wanted, pieces) - 1), job);

@@ -13,12 +13,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardsnap.errors import UnsafeStateError, UnsupportedTensorError
 from shardsnap.layout.internals import require
-from shardsnap.layout.names import clean_modules, join
+from shardsnap.layout.names import ROOT, clean_modules, join
 from shardsnap.layout.plain import Found, buffer_pieces
 from shardsnap.layout.tensors import FlatShard, Piece, piece_of
 from shardsnap.layout.watch import same_objects
-
-ROOT = "(root)"  # the unit whose path is empty
 
 _MODULE_INTERNALS = ("_handle", "training_state", "_use_orig_params")
 _HANDLE_INTERNALS = ("flat_param", "uses_sharded_strategy", "_training_state", "_fully_sharded_module", "reshard")

@@ -12,12 +12,10 @@ from torch import nn
 
 from shardsnap.errors import UnsafeStateError
 from shardsnap.layout.internals import require
-from shardsnap.layout.names import clean_modules, join
+from shardsnap.layout.names import ROOT, clean_modules, join
 from shardsnap.layout.plain import Found, buffer_pieces
 from shardsnap.layout.tensors import Piece, piece_of
 from shardsnap.layout.watch import Tensors, local_tensors, same_objects
-
-ROOT = "(root)"  # the unit whose path is empty
 
 _STATE_INTERNALS = ("_training_state", "_state_ctx")
 _GROUP_INTERNALS = ("fsdp_params", "_training_state", "is_sharded", "reshard", "wait_for_unshard", "_all_gather_result")

@@ -10,6 +10,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from shardsnap.errors import UnsupportedTensorError
 
+ROOT = "(root)"  # the name of an FSDP unit whose path is empty
 WRAPPER_COMPONENTS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
 
 
